@@ -120,7 +120,6 @@ async def test_a_cancelled_caller_leaves_nothing_open(
 
 
 async def test_a_cancelled_close_ends_a_fill_and_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a fill whose caller has ended in another loop."""
     node = Node(tmp_path)
     await until(lambda: not heartbeats())  # of the test before
     before = node.left()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tierckpt.event_loop import LoopThread
-from tierckpt.stores.base import to_completion
+from tierckpt.stores.base import acquired, to_completion
 
 SECONDS = 30.0
 
@@ -79,25 +79,36 @@ def test_an_interrupted_constructor_leaves_no_thread(tmp_path: Path, monkeypatch
         assert not thread.is_alive()
 
 
-def test_a_closing_loop_waits_for_a_write_before_its_file_is_closed(loop: LoopThread) -> None:
+def close_at_work(loop: LoopThread, call: Callable[[Callable[[], None]], Coroutine[Any, Any, None]]) -> list[str]:
+    """Close the loop while ``call`` waits for its work on a thread. Return the events."""
     begun, may_go_on, seen = threading.Event(), threading.Event(), list[str]()
 
-    def write() -> None:
+    def work() -> None:
         begun.set()
         may_go_on.wait(SECONDS)
-        seen.append("written")
+        seen.append("worked")
 
-    async def work() -> None:
+    async def called() -> None:
         try:
-            await to_completion(asyncio.to_thread(write))
+            await call(work)
         finally:
-            seen.append("closed")
+            seen.append("ended")
 
-    loop.start(work())
+    loop.start(called())
     assert begun.wait(SECONDS)
     closing = threading.Thread(target=loop.close)
     closing.start()
     closing.join(0.2)
     may_go_on.set()
     closing.join(SECONDS)
-    assert seen == ["written", "closed"]
+    return seen
+
+
+def test_a_closing_loop_waits_for_a_write_before_its_file_is_closed(loop: LoopThread) -> None:
+    assert close_at_work(loop, lambda write: to_completion(asyncio.to_thread(write))) == ["worked", "ended"]
+
+
+def test_a_closing_loop_closes_a_file_that_a_thread_opens(loop: LoopThread) -> None:
+    closed = threading.Event()
+    seen = close_at_work(loop, lambda open_: acquired(asyncio.to_thread(open_), lambda _: closed.set()))
+    assert seen == ["ended", "worked"] and closed.is_set()

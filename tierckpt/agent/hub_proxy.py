@@ -360,8 +360,8 @@ class HubProxy:
             finally:
                 for future in coming:
                     future.cancel()
-                await to_completion(self._run(entry.close()))
-                await asyncio.gather(*coming, return_exceptions=True)
+                closing = asyncio.ensure_future(self._run(entry.close()))  # runs even if this task is cancelled again
+                await asyncio.gather(to_completion(closing), *coming, return_exceptions=True)
 
     def fetch_range(self, uri: str, at: ByteRange, reads: bool = True) -> concurrent.futures.Future[tuple[Path, str]]:
         """Return a future of a file with a range of a Hub file and its digest ('': unknown), for another node.

@@ -180,6 +180,7 @@ async def to_completion(work: Awaitable[T]) -> T:
 async def acquired(work: Awaitable[T], release: Callable[[T], object]) -> T:
     """Await ``work``, which opens or locks something. If the caller is cancelled, ``release`` gets the result later."""
     task = asyncio.ensure_future(work)
+    UNCANCELLED.add(task)
 
     def release_result(done: asyncio.Future[T]) -> None:
         if not done.cancelled() and done.exception() is None:
